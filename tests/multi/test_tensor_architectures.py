@@ -47,6 +47,7 @@ MENDED = [
     Case("longcat_flash", sequence=True),  # two attentions in a list
     Case("deepseek_v2"),  # latent attention
     Case("granite_swa"),  # a parameter per head
+    Case("gemma3n_text"),  # a feed-forward whose hidden features depend on each other, though transformers shards it
     Case("inkling2_text"),  # a norm inside of the embedding
     Case("bert", "masked-lm"),  # losses of their own, a head with a tied bias
     Case("t5", "seq2seq-lm"),

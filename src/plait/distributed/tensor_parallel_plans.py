@@ -201,8 +201,9 @@ def matches(name: str, pattern: str) -> bool:
 def _declared_styles(model: nn.Module) -> dict[str, str]:
     """Return the styles of modules, by name, from the model's own plan or from `_PLANS`.
 
-    A module is left out, with all others in the same parent, if its style is unknown here or does not fit it: their
-    styles belong together, and `_add_unnamed_layers` finds others for them.
+    A module is left out, with all others in the same parent, if its style is unknown here or does not fit it, or if the
+    parent is a feed-forward whose hidden features depend on each other: their styles belong together, and
+    `_add_unnamed_layers` finds others for them.
     """
     hf: Any = model
     known = _PLANS.get(hf.config.model_type, {})
@@ -218,11 +219,23 @@ def _declared_styles(model: nn.Module) -> dict[str, str]:
             if name and style not in _OTHERWISE and matches(name, pattern):
                 styles[name] = _by_head(name, style, modules)
     dropped = {name.rpartition(".")[0] for name, style in styles.items() if not _fits(style, modules[name])}
+    tested: dict[Any, bool] = {}
     for name, direct in _styles_of_children(styles).items():
         unnamed = any(param is not None for param in modules[name]._parameters.values()) and name not in styles
         if unnamed and direct & _COLUMNS and direct & _ROWS:  # nothing says how the parameters of its own are used
             dropped.add(name)
+        if direct == {"colwise", "rowwise"} and _once(tested, _kind(modules[name]), partial(_mixes, modules[name])):
+            dropped.add(name)
     return {name: style for name, style in styles.items() if dropped.isdisjoint((name, *_ancestors(name)))}
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Return whether a feed-forward computes its hidden features from each other: Gemma 3n's sparsity, for example."""
+    linears = {key: layer for key, layer in module.named_children() if is_linear(layer)}
+    last = [key for key, layer in linears.items() if in_features(layer) != out_features(layer)][-1:]
+    others = [layer for key, layer in linears.items() if key not in last]
+    fits = last and all(out_features(layer) == in_features(linears[last[0]]) for layer in others)
+    return bool(fits) and _adds_up(module, linears, last[0]) is False
 
 
 def _fits(style: str, module: nn.Module) -> bool:
@@ -319,7 +332,7 @@ def _add_unnamed_layers(model: nn.Module, styles: dict[str, str], ranks: int) ->
         children = {key: child for key, child in module.named_children() if any(True for _ in child.parameters())}
         layers = [f"{name}.{key}" for key in children]
         if name and is_open(name, module) and all(is_open(layer, module) for layer in layers):
-            last = _once(tested, _kind(module, children), partial(last_of_feed_forward, module))
+            last = _once(tested, _kind(module), partial(last_of_feed_forward, module))
             if last and in_features(children[last]) % ranks == 0 and not read & children.keys():
                 styles |= {name: "region", **dict.fromkeys(layers, "colwise"), f"{name}.{last}": "rowwise"}
                 closed.add(name)
@@ -335,9 +348,14 @@ def _once(known: dict[Any, Any], key: Any, answer: Callable[[], Any]) -> Any:
     return known[key]
 
 
-def _kind(module: nn.Module, children: Mapping[str, nn.Module]) -> tuple[Any, ...]:
-    shapes = tuple((key, type(child), *(tuple(p.shape) for p in child.parameters())) for key, child in children.items())
-    return type(module), shapes, tuple(type(child) for child in module.children())
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """Return what two modules have in common that compute the same function of their input and weights."""
+    children = tuple(
+        (key, type(child), *(tuple(param.shape) for param in child.parameters()))
+        for key, child in module.named_children()
+    )
+    settings = ((key, value) for key, value in vars(module).items() if isinstance(value, (bool, int, float, str)))
+    return type(module), children, tuple(item for item in settings if item[0] != "layer_idx")
 
 
 def last_of_feed_forward(module: nn.Module) -> str | None:
@@ -370,8 +388,11 @@ def _needed(module: nn.Module) -> list[str]:
     return [argument.name for argument in arguments if argument.default is argument.empty and argument.kind in named]
 
 
-def _adds_up(module: nn.Module, linears: Mapping[str, nn.Module], last: str) -> bool:
-    """Return whether two copies of a feed-forward with half of the hidden features each add up to the whole one."""
+def _adds_up(module: nn.Module, linears: Mapping[str, nn.Module], last: str) -> bool | None:
+    """Return whether two copies of a feed-forward with half of the hidden features each add up to the whole one.
+
+    None if it cannot be called with matrices of other sizes.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     wide, half, dim = 8, 4, 6
 
@@ -414,7 +435,7 @@ def _adds_up(module: nn.Module, linears: Mapping[str, nn.Module], last: str) -> 
             halves = output(slice(0, half), bias=True) + output(slice(half, wide), bias=False)
             return whole.shape == x.shape and torch.allclose(whole, halves, rtol=1e-4, atol=1e-4)
     except Exception:  # its code needs its own sizes, or is not a feed-forward
-        return False
+        return None
 
 
 def weights_read_elsewhere(model: nn.Module) -> set[str]:

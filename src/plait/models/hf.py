@@ -316,6 +316,13 @@ def _is_positional(module: nn.Module) -> bool:
     return any(re.search(r"position|rotary|\bwpe\b", name, re.IGNORECASE) for name in names)
 
 
+def _first_position(module: nn.Module) -> int:
+    """Return the row of a table of positions at which a module begins to count."""
+    table = getattr(module, "position_embeddings", None)
+    padding = table.padding_idx if isinstance(table, nn.Embedding) else None
+    return 0 if padding is None else padding + 1
+
+
 def _is_alibi(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "alibi" in code.co_varnames
@@ -411,6 +418,7 @@ def adapt(model: nn.Module, adapter: type[HFMethods], task: type[nn.Module] | No
         members["tiles_loss"] = returns_head_output(model, original.forward)
         members["mask_functions"] = mask_functions_of(model)
         members["reads_mask"] = any(map(_is_alibi, model.modules()))
+        members["first_position"] = max(map(_first_position, model.modules()))
         members["counts_positions"] = any(map(_is_positional, model.modules()))
     bases = (adapter, original) if task is None else (task, adapter, original)
     model.__class__ = type(original.__name__, bases, members)
@@ -465,6 +473,8 @@ class CausalLM(HFMethods):
     """Whether it computes biases of attention (ALiBi) from a mask of tokens."""
     counts_positions: ClassVar[bool]
     """Whether something in the model depends on the positions of tokens."""
+    first_position: ClassVar[int]
+    """The position of the first token of a row: in RoBERTa, the one after the position of padding."""
     fp8_head: Fp8Head | None = None
     """Set where the loss computes its gradients in 8 bits."""
     takes_sharded_logits = True
@@ -491,7 +501,7 @@ class CausalLM(HFMethods):
                 self.takes_sharded_logits = True
         if positions is not None and ("position_ids" in self.accepts or self.counts_positions):
             self._require("position_ids", "positions")
-            kwargs["position_ids"] = positions
+            kwargs["position_ids"] = positions + self.first_position
         if document_ids is not None:
             kwargs = self._with_documents(document_ids, kwargs)
         if "use_cache" in self.accepts:

@@ -35,7 +35,7 @@ LENGTHS = [[6, 9, 3, 1, 5], [13, 2, 9]]
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "model_type" in metafunc.fixturenames:
-        every = model_types("causal-lm") if metafunc.config.option.fresh else ["llama", *WINDOWS, *MIXERS]
+        every = model_types("causal-lm") if metafunc.config.option.fresh else ["llama", "roberta", *WINDOWS, *MIXERS]
         metafunc.parametrize("model_type", every)
 
 
@@ -81,7 +81,7 @@ def test_documents_of_a_row_compute_as_alone(model_type: str, request: pytest.Fi
         try:
             together = model(**batch)
         except ModelError:
-            if model_type in ("llama", *WINDOWS, *MIXERS):
+            if model_type in ("llama", "roberta", *WINDOWS, *MIXERS):
                 raise
             pytest.skip("refused")
         expected = logits_alone(model, batch)
