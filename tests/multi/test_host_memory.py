@@ -21,6 +21,7 @@ from plait.engine import Engine, Preparation, prepare_native
 from plait.launch import Phase
 from plait.plan.hardware import find_hardware
 from plait.plan.ledger import TIGHT_MALLOC
+from plait.plan.rankplan import lengths_of, plan_rank
 from plait.plan.simulate import simulate
 from tests.multi.ranks import RankPool
 from tests.traffic import SentBytes
@@ -142,6 +143,123 @@ def test_resident_memory_rises_as_far_as_was_simulated(fresh_ranks: RankPool, na
     expected = [account.peak[1] for account in simulated(config_of(STRATEGIES[name], LARGE))]
     for measured, predicted in zip(fresh_ranks.run(peak_growth, STRATEGIES[name]), expected, strict=True):
         assert measured == pytest.approx(predicted, rel=0.1)
+
+
+# ---- stacks of unlike layers, planned from a few of each kind
+
+HF: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+MIXTURE: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
+STACKS: dict[str, dict[str, Any]] = {
+    "dense-first": {
+        **HF,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 12,
+        "first_k_dense_replace": 2,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 32,
+    },
+    "unlike-heads": {
+        **HF,
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 40,
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "sliding_window": 32,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 64,
+    },
+    "hybrid": {
+        **HF,
+        **MIXTURE,
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 24,
+        "layer_types": ["attention" if layer % 4 == 2 else "mamba" for layer in range(24)],
+        "shared_intermediate_size": 64,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+        "mamba_chunk_size": 32,
+    },
+    "every-second": {
+        **HF,
+        **MIXTURE,
+        "model_type": "llama4_text",
+        "num_hidden_layers": 24,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 512,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 32,
+        "head_dim": 64,
+    },
+    "encoder-decoder": {"model_type": "t5", "num_layers": 8, "num_decoder_layers": 8, "num_heads": 4, "d_kv": 64, "decoder_start_token_id": 0},
+}
+
+
+def stack_of(name: str, *, width: int, vocabulary: int) -> RunConfig:
+    """A run of a stack with layers of this width."""
+    model = STACKS[name]
+    t5 = model["model_type"] == "t5"
+    sizes = {"d_model": width, "d_ff": 2 * width} if t5 else {"hidden_size": width, "intermediate_size": 2 * width}
+    return parse_sections(
+        model={
+            "type": "hf",
+            "task": "seq2seq-lm" if t5 else "causal-lm",
+            "config": {**model, **sizes, "vocab_size": vocabulary, "pad_token_id": 0},
+        },
+        data={"type": "tokens", "path": "none", "seq_len": 64, "document_mask": False},
+        batch={"micro": 2, "accumulation": 1},
+        optim={"type": "AdamW", "lr": 1e-3},
+        train={"clip_norm": 1.0},
+        device="cpu",
+    ).config
+
+
+def train_stack(config: RunConfig) -> None:
+    with open_world(config) as world:
+        engine = prepare_native(Preparation(config, world))
+        for _ in range(2):
+            ids = torch.randint(0, 64, (2, 64))
+            engine.train_step([{"input_ids": ids, "labels": ids}])
+
+
+def stack_growth(rank: int, size: int, name: str) -> int:
+    give_back_what_is_free()
+    train_stack(stack_of(name, width=64, vocabulary=64))
+    before = give_back_what_is_free()
+    begin_anew()
+    train_stack(stack_of(name, width=256, vocabulary=8000))
+    return resident("VmHWM") - before
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Stacks: those that are measured in every session, and with `--fresh` all."""
+    if "stack" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--fresh", default=False)
+        metafunc.parametrize("stack", list(STACKS) if every else ["dense-first", "hybrid"])
+
+
+@needs_glibc
+def test_a_stack_of_unlike_layers_takes_the_resident_memory_that_was_planned(fresh_ranks: RankPool, stack: str) -> None:
+    pytest.importorskip("transformers")
+    config = stack_of(stack, width=256, vocabulary=8000)
+    machine = find_hardware("cpu")
+    lengths = lengths_of(config, 2, machine.per_host, 0)
+    assert lengths is not None
+    assert lengths.sample.longer
+    planned = plan_rank(config, machine, ranks=2).ledger.peak[1]
+    for measured in fresh_ranks.run(stack_growth, stack):
+        assert measured == pytest.approx(planned, rel=0.05)
 
 
 # ---- what saving and loading hold

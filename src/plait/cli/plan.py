@@ -164,6 +164,7 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
         f"{host} of {machine.host_memory_gib:.0f} GiB on a host",
         highlight=False,
     )
+    console.print(_counts(plan, sample_unit(config.data)), highlight=False)
     unit, size = ("GiB", GIB) if plan.fullest.ledger.peak[1] >= GIB else ("MiB", MIB)
     names = [column.format(rank.name) for rank in plan.ranks for column in _columns(plan)]
     table = Table(unit, *names, box=None, pad_edge=False, header_style="bold")
@@ -191,6 +192,27 @@ def _show(console: Console, plan: Plan, config: RunConfig) -> None:
         console.print(f"note: {remark}", markup=False, highlight=False)
     if machine.kind == "cpu" and not machine.measured:
         console.print("note: seconds are those of ordinary cores; `plait doctor --measure` finds those of this machine")
+
+
+def _counts(plan: Plan, unit: str) -> str:
+    """Return a line: the parameters of the model, tokens per step, and the axes of the layout that cross hosts."""
+    texts = []
+    if plan.params is not None:
+        active = "" if plan.active_params is None else f", {_billions(plan.active_params)} active"
+        texts.append(f"{_billions(plan.params)} parameters{active}")
+    texts.append(f"{plan.tokens_per_step:,.0f} {unit} per step")
+    if plan.layout.size > plan.hardware.per_host:
+        axes = ", ".join(plan.axes_across_hosts) or "no axis"
+        texts.append(f"{axes} across hosts of {plan.hardware.per_host}")
+    return "; ".join(texts)
+
+
+def _billions(count: int) -> str:
+    """Return a number of parameters as the names of models have it: `671.0B`, `8.03B`, `124M`, `12,345`."""
+    for size, letter in ((1e9, "B"), (1e6, "M")):
+        if count >= size:
+            return f"{count / size:,.{2 if count < 10 * size else 1}f}{letter}"
+    return f"{count:,}"
 
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, list[float | None]]]:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from plait.distributed.dtensor import to_local as to_local
     from plait.distributed.expert_parallel import apply_expert_parallel as apply_expert_parallel
     from plait.distributed.expert_parallel import check_experts as check_experts
+    from plait.distributed.expert_parallel import expert_modules as expert_modules
     from plait.distributed.expert_parallel import expert_placement as expert_placement
     from plait.distributed.expert_parallel import share_router_sums as share_router_sums
     from plait.distributed.fake import fake_world as fake_world

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from plait.models.common.attention import attend as attend
     from plait.models.common.attention import rotary_table as rotary_table
     from plait.models.common.attention import rotate_both as rotate_both
+    from plait.models.common.counts import active_params as active_params
     from plait.models.common.losses import LMHead as LMHead
     from plait.models.common.losses import cross_entropy as cross_entropy
     from plait.models.common.protocol import IGNORE_INDEX as IGNORE_INDEX

@@ -28,6 +28,7 @@ from plait.distributed import current_documents, is_sharded, mask_functions_of, 
 from plait.errors import MissingExtraError, ModelError, PlaitError
 from plait.kernels import apply_rotary, rms_norm
 from plait.models.common.attention import document_mask
+from plait.models.common.counts import active_params
 from plait.models.common.losses import PLAIN_BYTES, Fp8Head, cross_entropy, linear_cross_entropy
 from plait.models.common.protocol import LossTerm
 from plait.models.common.weights import (
@@ -453,13 +454,8 @@ class HFMethods(nn.Module):
                 init_weights(owner, holder)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return 6 FLOPs per parameter outside of the input embedding; attention, which differs, is not counted."""
-        model: Any = self
-        inputs, head = _input_embedding(model), model.get_output_embeddings()
-        weight = getattr(inputs, "weight", None)  # those of images are convolutions, in a module without a weight
-        tied = head is not None and head.weight is weight
-        lookups = 0 if tied or weight is None else weight.numel()
-        return 6.0 * (sum(p.numel() for p in self.parameters()) - lookups)
+        """Return 6 FLOPs per parameter that a token uses; attention, which differs, is not counted."""
+        return 6.0 * active_params(self)
 
 
 class CausalLM(HFMethods):
@@ -504,8 +500,9 @@ class CausalLM(HFMethods):
             kwargs["position_ids"] = positions + self.first_position
         if document_ids is not None:
             kwargs = self._with_documents(document_ids, kwargs)
-        if "use_cache" in self.accepts:
-            kwargs["use_cache"] = False
+        config: Any = self.config
+        if "use_cache" in self.accepts or ("kwargs" in self.accepts and hasattr(config, "use_cache")):
+            kwargs["use_cache"] = False  # a forward without this argument passes it on
         if labels is not None and self.tiles_loss and are_many(self, labels, self.fp8_head):
             with loss_at_the_head(self, labels, self.fp8_head) as losses:
                 output = super().forward(input_ids, return_dict=True, **kwargs)

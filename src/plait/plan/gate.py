@@ -50,10 +50,10 @@ class _Raised:
     def of(cls, error: BaseException) -> _Raised:
         if isinstance(error, PlaitError):
             return cls(type(error), str(error), vars(error))
-        return cls(None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}", {})
+        return cls(None, _described(error), {})
 
     def reason(self) -> str:
-        """Raise a `PlaitError`; return any other error as text with its traceback."""
+        """Raise a `PlaitError`; return any other error as a line of text."""
         if self.error_type is None:
             return self.text
         error = self.error_type.__new__(self.error_type, self.text)
@@ -61,10 +61,18 @@ class _Raised:
         raise error
 
 
+def _described(error: BaseException) -> str:
+    """Return an unexpected error as one line, with the function that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" (in {frames[-1].name}, {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    said = " ".join(str(error).split("\n\n")[0].split())
+    return f"{type(error).__name__}: {said}{where}" if said else f"{type(error).__name__}{where}"
+
+
 def run_forked(work: Callable[[], T], *, seconds: float) -> T | str:
     """Return what `work` returns in a forked process, or a text why it has no result. Without fork, call it here.
 
-    A `PlaitError` is raised here too. Any other exception is returned as text with its traceback.
+    A `PlaitError` is raised here too. Any other exception is returned as one line of text.
     """
     if not hasattr(os, "fork") or sys.platform == "darwin":
         return work()
@@ -229,9 +237,9 @@ def plan_here(
         )
     except PlaitError as error:
         return in_one_line(error)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError, AttributeError) as error:
+    except Exception as error:
         # A model may do what fake tensors do not support; it can be trained all the same.
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return _described(error)
 
 
 def _machine(config: RunConfig, local_ranks: int) -> Hardware:
@@ -274,6 +282,16 @@ def _refusal(config: RunConfig, plan: Plan, remedy_search: RemedySearch) -> Conf
     else:
         host, phase = plan.host_gib, plan.host_phase
         what = f"a host needs {host:.0f} GiB in the {phase} phase, and has {machine.host_memory_gib:.0f}"
+    try:
+        sentences = _remedies(config, remedy_search)
+    except Exception as error:  # that the run does not fit is known all the same
+        sentences = (f"The search for a change that makes it fit failed: {_described(error)}.",)
+    sentences = (*sentences, "`plan=warn` starts it anyway.")
+    return ConfigError(Problem("strategy", what, " ".join(text for text in sentences if text)))
+
+
+def _remedies(config: RunConfig, remedy_search: RemedySearch) -> tuple[str, ...]:
+    """Return sentences: what makes the run fit, and what was not examined."""
     remedies = list(remedy_search.remedies())
     remedy = ""
     if remedies and remedies[-1].fits:
@@ -282,6 +300,4 @@ def _refusal(config: RunConfig, plan: Plan, remedy_search: RemedySearch) -> Conf
         remedy = f"With `{' '.join(least.candidate.changes(config))}` it needs {least.plan.needed_gib:.1f} GiB."
     elif not remedy_search.cut:
         remedy = "No change of the strategy makes it fit: use more devices, or a smaller model."
-    left_out = remedy_search.left_out(remedies)
-    sentences = (remedy, left_out, "`plan=warn` starts it anyway.")
-    return ConfigError(Problem("strategy", what, " ".join(text for text in sentences if text)))
+    return remedy, remedy_search.left_out(remedies)

@@ -1,7 +1,8 @@
 """The memory and time figures of one rank's step (a `Ledger`), which can be extrapolated to more layers.
 
-[Note: a few layers stand for all] The layers of a decoder are alike, so each adds the same amount to every figure of a
-step: to each memory peak, to the seconds, and to the bytes sent. Simulations of two short models give that amount.
+[Note: a few layers stand for all] Layers of one kind are alike, so each adds the same amount to every figure of a step:
+to each memory peak, to the seconds, and to the bytes sent. A simulation of a short model with all kinds, and one with a
+layer more for each kind, give these amounts. `plan/layers.py` chooses the layers.
 Peaks are kept apart by phase, because the highest of them depends on the number of layers: with few layers it may be at
 the beginning of the backward pass, with many at its end, when all gradients exist. So the end of the backward pass has
 a peak of its own, and the highest is chosen after the extrapolation. Likewise the micro-batches of a step are alike,
@@ -10,7 +11,7 @@ after the first few: see `repeated`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -177,11 +178,14 @@ class Ledger:
 
     numbers: Mapping[str, float]
 
-    def stretched(self, more: Ledger, times: float) -> Ledger:
-        """Return this ledger plus `times` the difference from it to `more`, figure by figure."""
-        keys = self.numbers.keys() | more.numbers.keys()
-        mine, other = self.numbers, more.numbers
-        return Ledger({key: mine.get(key, 0) + times * (other.get(key, 0) - mine.get(key, 0)) for key in keys})
+    def stretched(self, others: Sequence[tuple[Ledger, float]]) -> Ledger:
+        """Return this ledger plus, for each (more, times), `times` the difference from it to `more`, by figure."""
+        numbers = dict(self.numbers)
+        for more, times in others:
+            for key in self.numbers.keys() | more.numbers.keys():
+                grown = more.numbers.get(key, 0.0) - self.numbers.get(key, 0.0)
+                numbers[key] = numbers.get(key, 0.0) + times * grown
+        return Ledger(numbers)
 
     def repeated(self, times: float) -> Ledger:
         """Return it for `times` as many micro-batches. Memory peaks do not change: fewer already reach them."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 import torch
 
 from plait.config import CUSTOM_MODELS, HFConfig, Layout, RunConfig, resolve_batch, resolve_graphs, resolve_layout
+from plait.distributed import expert_modules
 from plait.launch import Phase
-from plait.models import build_model
+from plait.models import active_params, build_model
 from plait.plan.hardware import Hardware
 from plait.plan.ledger import Ledger, host_peaks
 from plait.plan.rankplan import Known, plan_rank
 from plait.plan.shares import with_ratio
 from plait.plan.simulate import MakeExample, TimeBudget, example_of
+from plait.plan.states import count_params
 
 GIB = 2**30
 
@@ -44,6 +46,10 @@ class Plan:
     tokens_per_step: float
     """Of all ranks together; samples if the data have no tokens."""
     flops_per_token: float | None
+    params: int | None
+    """Parameters of the whole model; None for a model that was given as an object, or is not Plait's to build."""
+    active_params: int | None
+    """Of a mixture of experts, those that one token uses; None for other models."""
     bubble: float
     """Fraction of a step in which a pipeline is idle, by its schedule; 0 without a pipeline."""
     host_phases: Mapping[Phase, float]
@@ -76,6 +82,16 @@ class Plan:
         return self.needed_gib <= self.hardware.memory_gib and self.host_gib <= self.hardware.host_memory_gib
 
     @property
+    def axes_across_hosts(self) -> tuple[str, ...]:
+        """The axes of the layout along which ranks of different hosts communicate."""
+        across, inner, per_host = [], self.layout.size, self.hardware.per_host
+        for axis, size in self.layout.sizes().items():
+            outer, inner = inner, inner // size
+            if size > 1 and self.layout.size > per_host and per_host % outer:
+                across.append(axis)
+        return tuple(across)
+
+    @property
     def seconds(self) -> float:
         """Seconds of a step: the time of the slowest rank, and the time in which a pipeline is idle."""
         accounts = [rank.ledger for rank in self.ranks]
@@ -106,6 +122,10 @@ class Plan:
         return {
             "hardware": self.hardware.name,
             "layout": self.layout.sizes(),
+            "axes_across_hosts": list(self.axes_across_hosts),
+            "params": self.params,
+            "active_params": self.active_params,
+            "tokens_per_step": self.tokens_per_step,
             "fits": self.fits,
             "needed_gib": round(self.needed_gib, 3),
             "memory_gib": self.hardware.memory_gib,
@@ -176,27 +196,44 @@ def make_plan(
         plans.append(RankPlan("last pipeline stage", last.ledger, tuple(last.trail)))
         notes += last.notes
         bubble = theoretical_bubble(pipeline.schedule, layout.pp, batch.accumulation, pipeline.stages_per_rank)
+    counts = _count(config)
     return Plan(
         hardware,
         layout,
         tuple(plans),
         batch.accumulation,
         plans[-1].ledger.numbers["tokens"] * layout.data_parallel,
-        _flops_per_token(config) or first.flops_per_token,
+        counts.flops_per_token or first.flops_per_token,
+        counts.params,
+        counts.active,
         bubble,
         _host_phases(plans, hardware, ranks=min(layout.size, hardware.per_host)),
         tuple(dict.fromkeys(notes)),
     )
 
 
-def _flops_per_token(config: RunConfig) -> float | None:
-    """Return what the described model's `flops_per_token` gives for the data's sequence length; None if it has none."""
+class _Counts(NamedTuple):
+    """What is counted of the model that a run describes; None where that is not known."""
+
+    params: int | None = None
+    active: int | None = None
+    flops_per_token: float | None = None
+
+
+def _count(config: RunConfig) -> _Counts:
+    """Return the counts of the described model; FLOPs by its `flops_per_token`, for the data's sequence length."""
+    if config.model is None or isinstance(config.model, CUSTOM_MODELS):
+        return _Counts()
+    try:
+        with torch.device("meta"):
+            model = build_model(config.model, trust_code=config.trust_code)
+    except (RuntimeError, NotImplementedError):  # its constructor reads values
+        return _Counts()
     length = getattr(config.data, "seq_len", getattr(config.model, "seq_len", None))
-    if config.model is None or isinstance(config.model, CUSTOM_MODELS) or not isinstance(length, int):
-        return None
-    with torch.device("meta"):
-        count = getattr(build_model(config.model, trust_code=config.trust_code), "flops_per_token", None)
-    return None if count is None else float(count(length))
+    count = getattr(model, "flops_per_token", None)
+    flops = float(count(length)) if count is not None and isinstance(length, int) else None
+    active = active_params(model) if expert_modules(model) else None
+    return _Counts(count_params(model)[0], active, flops)
 
 
 def _host_phases(ranks_planned: Sequence[RankPlan], hardware: Hardware, *, ranks: int) -> dict[Phase, float]:

@@ -324,7 +324,7 @@ def _look(config: RunConfig, hardware: Hardware, ranks: int, seen: Seen, **optio
         large = sampled(seen.largest)
         if isinstance(large, str):
             return large
-        sample = sample.stretched(large, (batch.micro - smallest) / (seen.largest - smallest)).settled()
+        sample = sample.stretched([(large, (batch.micro - smallest) / (seen.largest - smallest))]).settled()
     return _from_sample(sample, config, hardware, layout, batch, seen.bubble(config, layout, batch))
 
 

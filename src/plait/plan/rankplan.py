@@ -1,64 +1,44 @@
-"""Predict memory and time of one rank's step, by simulating models with few layers if the layers are alike.
+"""Predict memory and time of one rank's step, by simulating models with few layers of each kind.
 
 A `Ledger` (`plan/ledger.py`) holds the figures of a rank: bytes by phase and owner, seconds by operation, bytes sent.
-Two short models are simulated, and each figure is extended linearly to the real number of layers; figures that do not
-grow with it come from the longer one. See [Note: a few layers stand for all], `plan/ledger.py`.
+The shortest model that has all kinds of layers is simulated, and for each kind one with one layer more; each figure is
+extended linearly to the real numbers of layers. Figures that do not grow with them come from the longest of these
+models. See [Note: a few layers stand for all], `plan/ledger.py`, and `plan/layers.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import lcm
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from plait.config import (
-    CUSTOM_MODELS,
-    BatchConfig,
-    HFConfig,
-    MoeConfig,
-    RunConfig,
-    depth_of,
-    resolve_batch,
-    resolve_layout,
-    with_depth,
-)
+from plait.config import CUSTOM_MODELS, BatchConfig, RunConfig, depth_of, resolve_batch, resolve_layout
+from plait.errors import PlaitError
 from plait.models import build_model
 from plait.plan.hardware import Hardware
+from plait.plan.layers import LayerSample, sample_layers, without_layers
 from plait.plan.ledger import Ledger
-from plait.plan.simulate import MakeExample, Simulated, TimeBudget, example_of, simulate
+from plait.plan.simulate import MakeExample, Simulated, TimeBudget, TimeUpError, example_of, simulate
 
 # The same run with fewer layers and micro-batches; see [Note: a few layers stand for all].
 
 
-_MOST_GROUPS = 4
-"""How many groups of layers the longest of the short models has."""
 _SPARE_MICRO_BATCHES = 2
 """Micro-batches simulated beyond the number in flight in a pipeline: one that begins, one that ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shorter:
-    """A run description with fewer layers and micro-batches."""
-
-    config: RunConfig
-    layers: int
-    """Layers of the rank that is simulated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """The numbers of layers and micro-batches of a run, for the ranks of one pipeline stage."""
 
-    layers: int
-    """Layers of the rank."""
-    period: int
-    """Layers per group; all groups are alike. 1 if all layers are."""
-    head: int
-    """Layers before the first group, which differ from those in groups."""
+    sample: LayerSample
+    """The layers that are simulated."""
+    split: tuple[str, ...]
+    """The first layers of all pipeline stages but the first; empty without a pipeline."""
     micro_batches: int
     """Micro-batches of a step."""
     least_micro_batches: int
@@ -67,12 +47,12 @@ class Lengths:
     @property
     def is_short(self) -> bool:
         """Whether there are so few layers that simulating fewer would not save time."""
-        return self.layers <= self.head + 5 * self.period
+        return not self.sample.longer
 
     @property
-    def groups(self) -> int:
-        """The number of groups."""
-        return (self.layers - self.head) // self.period
+    def all_layers(self) -> int:
+        """The number of layers of the rank."""
+        return self.sample.layers + len(self.sample.skipped)
 
     @property
     def repeats(self) -> bool:
@@ -81,134 +61,61 @@ class Lengths:
 
 
 def layers_of(config: RunConfig) -> int | None:
-    """Return how many layers the described model has; None if that is not known or cannot be changed."""
+    """Return how many layers the described model has; None if its section does not say."""
     return None if isinstance(config.model, CUSTOM_MODELS) else depth_of(config.model)
 
 
 def lengths_of(config: RunConfig, ranks: int, per_host: int, stage: int) -> Lengths | None:
     """Return the lengths of the run on a pipeline stage; None if it cannot be simulated with fewer layers."""
-    layers = layers_of(config)
     strategy = config.strategy
-    if layers is None or strategy.recompute.mode == "auto":
+    if config.model is None or isinstance(config.model, CUSTOM_MODELS) or strategy.recompute.mode == "auto":
         return None
+    layout = resolve_layout(strategy, size=ranks, local_size=per_host)
+    pipeline = strategy.pipeline
+    if layout.pp > 1 and (pipeline.split == "time" or pipeline.schedule not in ("1f1b", "gpipe")):
+        return None
+    batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=pipeline.micro_batches)
+    least, among, split = 3, None, tuple[str, ...]()
+    try:
+        with torch.device("meta"):
+            model = _build(config)
+    except (RuntimeError, NotImplementedError):  # its constructor reads values
+        return None
+    if layout.pp > 1:
+        from plait.distributed import plan_stages
+
+        stages = plan_stages(model, ranks=layout.pp, schedule=pipeline.schedule, split=pipeline.split)
+        among = stages.layers_of(stage)
+        split = tuple(stages.outline.layers[first] for first in stages.bounds[1:-1])
+        least = batch.accumulation if pipeline.schedule == "gpipe" else layout.pp - stage + _SPARE_MICRO_BATCHES
+    every = strategy.recompute.every if strategy.recompute.mode == "every" else 1
+    sample = sample_layers(model, among=among, every=every, gathered=strategy.stage == 3)
+    return Lengths(sample, split, batch.accumulation, min(least, batch.accumulation))
+
+
+def _build(config: RunConfig) -> nn.Module:
+    assert config.model is not None
+    return build_model(config.model, trust_code=config.trust_code)
+
+
+def shortened(config: RunConfig, ranks: int, per_host: int, lengths: Lengths) -> RunConfig:
+    """Return the run with the fewest micro-batches that suffice, and with its pipeline split where it is."""
+    strategy = config.strategy
     layout = resolve_layout(strategy, size=ranks, local_size=per_host)
     batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
-    period = every = strategy.recompute.every if strategy.recompute.mode == "every" else 1
-    head = 0
-    if isinstance(config.model, HFConfig):
-        rhythm = _rhythm(config, layers, every)
-        if rhythm is None:
-            return None
-        head, period = rhythm
-    elif isinstance(config.model, MoeConfig):
-        period = lcm(period, config.model.moe_every)
-    least = 3
+    changes: dict[str, Any] = {"batch": BatchConfig(micro=batch.micro, accumulation=lengths.least_micro_batches)}
     if layout.pp > 1:
-        if period > 1 or head or strategy.pipeline.split == "time":
-            return None
-        counts = _stage_layers(config, layout.pp)
-        if strategy.pipeline.schedule not in ("1f1b", "gpipe") or min(counts) < 1:
-            return None
-        layers = counts[stage]
-        least = (
-            batch.accumulation if strategy.pipeline.schedule == "gpipe" else layout.pp - stage + _SPARE_MICRO_BATCHES
-        )
-    elif (layers - head) % period:
-        return None
-    return Lengths(layers, period, head, batch.accumulation, min(least, batch.accumulation))
-
-
-def shortened(config: RunConfig, ranks: int, per_host: int, stage: int, groups: int, lengths: Lengths) -> Shorter:
-    """Return the run with `groups` groups of layers on this stage, and the fewest micro-batches that suffice."""
-    layers = lengths.head + groups * lengths.period
-    strategy = config.strategy
-    layout = resolve_layout(strategy, size=ranks, local_size=per_host)
-    changes: dict[str, Any] = {}
-    whole = layers
-    if layout.pp > 1:
-        counts = [layers if index == stage else 1 for index in range(layout.pp)]
-        whole = sum(counts)
-        firsts = [sum(counts[: index + 1]) for index in range(layout.pp - 1)]
-        names = _layer_names(_with_layers(config, whole))
         pipeline = strategy.pipeline.model_copy(
-            update={"split": tuple(names[first] for first in firsts), "micro_batches": lengths.least_micro_batches}
+            update={"split": lengths.split, "micro_batches": lengths.least_micro_batches}
         )
         changes["strategy"] = strategy.model_copy(update={"pipeline": pipeline})
-    batch = resolve_batch(config.batch, layout.data_parallel, micro_batches=strategy.pipeline.micro_batches)
-    changes["batch"] = BatchConfig(micro=batch.micro, accumulation=lengths.least_micro_batches)
-    return Shorter(_with_layers(config, whole).model_copy(update=changes), layers)
-
-
-def _with_layers(config: RunConfig, layers: int) -> RunConfig:
-    assert config.model is not None
-    return config.model_copy(update={"model": with_depth(config.model, layers)})
-
-
-def _rhythm(config: RunConfig, layers: int, every: int) -> tuple[int, int] | None:
-    """Return (layers before the first group, layers per group) of a `transformers` model.
-
-    A model may have dense layers before its mixtures of experts, or another kind of attention in every fourth layer.
-    None if its layers are not found, or if a model with fewer layers would not have the same ones.
-    """
-    layer_types = _layer_types(config, layers)
-    if layer_types is None:
-        return None
-    marked = [(layer_type, index % every) for index, layer_type in enumerate(layer_types)]
-    periods = []
-    for period in range(every, max(layers // 2, every) + 1, every):
-        unlike = [index for index in range(period, layers) if marked[index] != marked[index - period]]
-        head = unlike[-1] - period + 1 if unlike else 0
-        head += (layers - head) % period
-        periods.append((head, period))
-    head, period = min(periods, key=lambda candidate: candidate[0] + _MOST_GROUPS * candidate[1])
-    shorter = head + _MOST_GROUPS * period
-    if shorter < layers and _layer_types(_with_layers(config, shorter), shorter) != layer_types[:shorter]:
-        return None
-    return head, period
-
-
-def _layer_types(config: RunConfig, layers: int) -> list[object] | None:
-    """Return a value per layer of a `transformers` model, equal for equal layers; None without `layers` layers."""
-    assert config.model is not None
-    with torch.device("meta"):
-        model: Any = build_model(config.model)
-    blocks = [module for module in model.modules() if isinstance(module, model.block_classes)]
-    if len(blocks) != layers:
-        return None
-    text = model.config.get_text_config()
-    types = [getattr(text, key, None) or [None] * layers for key in ("layer_types", "mlp_layer_types")]
-    made_of = [tuple((name, param.shape, param.dtype) for name, param in block.named_parameters()) for block in blocks]
-    return list(zip(made_of, *types, strict=False))
-
-
-def _layer_names(config: RunConfig) -> list[str]:
-    from plait.distributed import outline_of
-
-    assert config.model is not None
-    with torch.device("meta"):
-        return list(outline_of(build_model(config.model, trust_code=config.trust_code)).layers)
-
-
-def _stage_layers(config: RunConfig, stages: int) -> list[int]:
-    """Return how many layers each pipeline stage gets."""
-    from plait.distributed import plan_stages
-
-    assert config.model is not None
-    pipeline = config.strategy.pipeline
-    with torch.device("meta"):
-        model = build_model(config.model, trust_code=config.trust_code)
-    plan = plan_stages(model, ranks=stages, schedule=pipeline.schedule, split=pipeline.split)
-    return [end - start for start, end in pairwise(plan.bounds)]
+    return config.model_copy(update=changes)
 
 
 _SPARE = 0.03
 """The allocator reserves at least this fraction more than the peak."""
-_GROUPS = (2, 3)
-"""The numbers of groups of layers in the two short models."""
-_GATHERED = (3, 4)
-"""The same with ZeRO-3: a layer's weights are gathered during the layer before, so more layers interact."""
-Known = dict[tuple[str, int, int, bool], Simulated]
-"""Simulations to reuse, by (run as JSON, ranks, rank, detailed): many plans of a search need the same short models.
+Known = dict[tuple[str, frozenset[str], int, int, bool], Simulated]
+"""Simulations to reuse, by (run as JSON, layers left out, ranks, rank, detailed): many plans of a search need the same.
 
 They are valid for one machine, model object, loss function and example.
 """
@@ -247,64 +154,81 @@ def plan_rank(
     }
     lengths = None if model is not None else lengths_of(config, ranks, hardware.per_host, stage)
     if lengths is None or exact or (lengths.is_short and not lengths.repeats):
-        layers = 1 if lengths is None else lengths.layers
+        layers = 1 if lengths is None else lengths.all_layers
         return _simulated(config, hardware, model=model, layers=layers, **options)
     if lengths.is_short:
-        return _from_few_micro_batches(config, hardware, lengths, stage, options)
-    groups = _GATHERED if config.strategy.stage == 3 else _GROUPS
+        return _from_few(config, hardware, lengths, options)
+    try:
+        return _from_few_with_shares(config, hardware, lengths, options)
+    except TimeUpError:
+        raise
+    except Exception as error:
+        # Some models cannot do without a layer, as when a later one uses what it has computed. A run that has another
+        # fault has it with all layers too.
+        if isinstance(error, PlaitError) and not isinstance(error, _NotAdditiveError):
+            raise
+    all_layers = replace(lengths, sample=LayerSample(frozenset(), lengths.all_layers, ()))
+    return _from_few(config, hardware, all_layers, options)
+
+
+class _NotAdditiveError(PlaitError):
+    """A figure of a model is not the sum of those of its layers."""
+
+
+def _from_few_with_shares(
+    config: RunConfig, hardware: Hardware, lengths: Lengths, options: dict[str, Any]
+) -> Simulated:
     shares = _shares(config)
     if not shares:
-        return _from_few(config, hardware, lengths, stage, groups, options)
+        return _from_few(config, hardware, lengths, options)
 
     def at(**corner: float) -> Simulated:
         offload = config.strategy.offload.model_copy(update={"ratio": 0.0, "host_ratio": 0.0, **corner})
         strategy = config.strategy.model_copy(update={"offload": offload})
-        changed = config.model_copy(update={"strategy": strategy})
-        return _from_few(changed, hardware, lengths, stage, groups, options)
+        return _from_few(config.model_copy(update={"strategy": strategy}), hardware, lengths, options)
 
     return _between(shares, at)
 
 
-def _simulated(config: RunConfig, hardware: Hardware, *, known: Known | None, **options: Any) -> Simulated:
-    if known is None:
-        return simulate(config, hardware, **options)
-    key = config.model_dump_json(), options["ranks"], options["rank"]
+def _simulated(
+    config: RunConfig,
+    hardware: Hardware,
+    *,
+    known: Known | None,
+    skipped: frozenset[str] = frozenset(),
+    model: Any = None,
+    **options: Any,
+) -> Simulated:
+    key = config.model_dump_json(), skipped, options["ranks"], options["rank"]
     for detailed in (True, False)[: 1 if options["detailed"] else 2]:
-        if (*key, detailed) in known:
+        if known is not None and (*key, detailed) in known:
             return known[*key, detailed]
-    simulated = known[*key, options["detailed"]] = simulate(config, hardware, **options)
+    if skipped:
+        model = without_layers(partial(_build, config), skipped)
+    simulated = simulate(config, hardware, model=model, **options)
+    if known is not None:
+        known[*key, options["detailed"]] = simulated
     return simulated
 
 
-def _from_few(
-    config: RunConfig,
-    hardware: Hardware,
-    lengths: Lengths,
-    stage: int,
-    groups: tuple[int, int],
-    options: dict[str, Any],
-) -> Simulated:
-    ranks = options["ranks"]
-    few, more = (shortened(config, ranks, hardware.per_host, stage, count, lengths) for count in groups)
-    short = _simulated(few.config, hardware, layers=few.layers, **options)
-    longer = _simulated(more.config, hardware, layers=more.layers, **options)
-    times = (lengths.groups - groups[0]) / (groups[1] - groups[0])
-    ledger = short.ledger.stretched(longer.ledger, times)
+def _from_few(config: RunConfig, hardware: Hardware, lengths: Lengths, options: dict[str, Any]) -> Simulated:
+    """Return the figures of all layers and micro-batches, from simulations of a few."""
+    short, sample = shortened(config, options["ranks"], hardware.per_host, lengths), lengths.sample
+    base = _simulated(short, hardware, skipped=sample.skipped, layers=sample.layers, **options)
+    longer = [
+        (_simulated(short, hardware, skipped=more.skipped, layers=more.layers, **options), more.times)
+        for more in sample.longer
+    ]
+    ledger = base.ledger.stretched([(more.ledger, times) for more, times in longer])
+    if any(value < 0 for value in ledger.numbers.values()):
+        raise _NotAdditiveError(f"{min(ledger.numbers, key=ledger.numbers.__getitem__)} would be below zero")
     ledger = ledger.repeated(lengths.micro_batches / lengths.least_micro_batches)
-    ledger = _completed(ledger, longer.ledger)
-    # Notes of both models hold for any length; others count layers. FLOPs and trail are those of a short model.
-    notes = [note for note in longer.notes if note in short.notes]
-    return replace(longer, ledger=ledger, flops_per_token=None, trail=[], notes=notes)
-
-
-def _from_few_micro_batches(
-    config: RunConfig, hardware: Hardware, lengths: Lengths, stage: int, options: dict[str, Any]
-) -> Simulated:
-    """Return the figures of a simulation of all layers, extrapolated from the fewest micro-batches that suffice."""
-    short = shortened(config, options["ranks"], hardware.per_host, stage, lengths.groups, lengths)
-    simulated = _simulated(short.config, hardware, layers=short.layers, **options)
-    ledger = simulated.ledger.repeated(lengths.micro_batches / lengths.least_micro_batches)
-    return replace(simulated, ledger=ledger, flops_per_token=None, trail=[])
+    notes = base.notes
+    for more, _ in longer:
+        ledger = _completed(ledger, more.ledger)
+        # Notes of all models hold for any length; others count layers. FLOPs and trail are those of a short model.
+        notes = [note for note in more.notes if note in notes]
+    return replace(base, ledger=ledger, flops_per_token=None, trail=[], notes=notes)
 
 
 _NEARLY_ALL = 1.0 - 1e-9

@@ -88,8 +88,9 @@ class MemoryPlan:
         if self.runner.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.runner.world.device)  # the peak that is compared is this run's
         if isinstance(plan, str):
-            level = "warning" if "\n" in plan else "info"  # with the traceback of an unexpected error
-            self.runner.emit(EventKind.MESSAGE, level=level, text=f"no plan of this run: {plan}")
+            gate = self.runner.config.plan.gate
+            text = f"no plan of this run, so plan.gate={gate} does not check whether it fits into memory: {plan}"
+            self.runner.emit(EventKind.MESSAGE, level="warning", text=text)
         elif plan is not None:
             step = "" if plan.seconds is None else f", {plan.seconds:.3g} s per step"
             strategy = self.runner.config.strategy
