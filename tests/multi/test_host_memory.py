@@ -185,7 +185,6 @@ STACKS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 24,
         "layer_types": ["attention" if layer % 4 == 2 else "mamba" for layer in range(24)],
         "shared_intermediate_size": 64,
-        "mamba_n_heads": 8,
         "mamba_d_head": 64,
         "mamba_n_groups": 1,
         "mamba_d_state": 32,
@@ -202,7 +201,14 @@ STACKS: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 32,
         "head_dim": 64,
     },
-    "encoder-decoder": {"model_type": "t5", "num_layers": 8, "num_decoder_layers": 8, "num_heads": 4, "d_kv": 64, "decoder_start_token_id": 0},
+    "encoder-decoder": {
+        "model_type": "t5",
+        "num_layers": 8,
+        "num_decoder_layers": 8,
+        "num_heads": 4,
+        "d_kv": 64,
+        "decoder_start_token_id": 0,
+    },
 }
 
 
@@ -211,6 +217,8 @@ def stack_of(name: str, *, width: int, vocabulary: int) -> RunConfig:
     model = STACKS[name]
     t5 = model["model_type"] == "t5"
     sizes = {"d_model": width, "d_ff": 2 * width} if t5 else {"hidden_size": width, "intermediate_size": 2 * width}
+    if "mamba_d_head" in model:
+        sizes["mamba_n_heads"] = 2 * width // model["mamba_d_head"]
     return parse_sections(
         model={
             "type": "hf",
@@ -235,6 +243,9 @@ def train_stack(config: RunConfig) -> None:
 
 def stack_growth(rank: int, size: int, name: str) -> int:
     give_back_what_is_free()
+    large = torch.ones(2048, 2048)
+    _ = large @ large  # the matrix library keeps buffers of its own from its first large product on
+    del large, _
     train_stack(stack_of(name, width=64, vocabulary=64))
     before = give_back_what_is_free()
     begin_anew()
