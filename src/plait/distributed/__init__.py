@@ -101,7 +101,6 @@ if TYPE_CHECKING:
     from plait.distributed.pipeline_split import broadcast_costs as broadcast_costs
     from plait.distributed.pipeline_split import make_stages as make_stages
     from plait.distributed.pipeline_split import measure_layers as measure_layers
-    from plait.distributed.pipeline_split import outline_of as outline_of
     from plait.distributed.pipeline_split import plan_stages as plan_stages
     from plait.distributed.pipeline_split import tie_stages as tie_stages
     from plait.distributed.ranks import Ranks as Ranks

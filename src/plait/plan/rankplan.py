@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from plait.config import CUSTOM_MODELS, BatchConfig, RunConfig, depth_of, resolve_batch, resolve_layout
-from plait.errors import PlaitError
 from plait.models import build_model
 from plait.plan.hardware import Hardware
 from plait.plan.layers import LayerSample, sample_layers, without_layers
@@ -162,16 +161,14 @@ def plan_rank(
         return _from_few_with_shares(config, hardware, lengths, options)
     except TimeUpError:
         raise
-    except Exception as error:
-        # Some models cannot do without a layer, as when a later one uses what it has computed. A run that has another
-        # fault has it with all layers too.
-        if isinstance(error, PlaitError) and not isinstance(error, _NotAdditiveError):
-            raise
-    all_layers = replace(lengths, sample=LayerSample(frozenset(), lengths.all_layers, ()))
-    return _from_few(config, hardware, all_layers, options)
+    except Exception:
+        # Some models cannot do without a layer, as when a later one uses what it has computed. What is wrong with the
+        # run itself is raised again with all layers.
+        all_layers = replace(lengths, sample=LayerSample(frozenset(), lengths.all_layers, ()))
+        return _from_few(config, hardware, all_layers, options)
 
 
-class _NotAdditiveError(PlaitError):
+class _NotAdditiveError(Exception):
     """A figure of a model is not the sum of those of its layers."""
 
 
