@@ -87,14 +87,14 @@ def _stacks(model: nn.Module, among: Collection[str] | None) -> Iterator[tuple[l
         # A layer may know its number, which makes no difference.
         others = {
             key
-            for index, found in zip(indices, settings, strict=True)
-            for key, value in found.items()
+            for index, own in zip(indices, settings, strict=True)
+            for key, value in own.items()
             if value is True or value != index
         }
         kinds = []
-        for index, (_, module), found in zip(indices, layers, settings, strict=True):
+        for index, (_, module), own in zip(indices, layers, settings, strict=True):
             listed = tuple(values[index] for values in lists if len(values) == count)
-            plain = tuple((key, value) for key, value in found.items() if key in others)
+            plain = tuple((key, value) for key, value in own.items() if key in others)
             kinds.append((_classes(module), _shapes(module), plain, listed))
         yield [name for name, _ in layers], tuple(kinds)
 
@@ -146,9 +146,9 @@ def _best_cut(kinds: tuple[Hashable, ...], every: int, *, gathered: bool) -> lis
     best, least = None, len(codes)
     for width in range(every, min(_WIDEST, len(codes) // 3) + 1, every):
         for head in range(0, width, every):
-            found = _cut(codes, width, head, least, gathered=gathered)
-            if found is not None:
-                best, least = found
+            cut = _cut(codes, width, head, least, gathered=gathered)
+            if cut is not None:
+                best, least = cut
     return best
 
 
