@@ -25,6 +25,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, wraps
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -189,14 +190,35 @@ def uses_attention_registry(module: nn.Module) -> bool:
 
 def mask_functions_of(model: nn.Module) -> frozenset[str]:
     """Return the names of the functions for masks of `transformers` that forward passes in the model refer to."""
-    names = set()
-    for cls in {type(module) for module in model.modules()}:
-        forward = inspect.unwrap(cls.forward)
-        scope = getattr(forward, "__globals__", {})
-        for name in getattr(getattr(forward, "__code__", None), "co_names", ()):
-            if getattr(scope.get(name), "__module__", None) == "transformers.masking_utils":
-                names.add(name)
-    return frozenset(names)
+    return frozenset(
+        name
+        for cls in {type(module) for module in model.modules()}
+        for function in _called_functions(cls)
+        for name in _names_in(function.__code__)
+        if getattr(function.__globals__.get(name), "__module__", None) == "transformers.masking_utils"
+    )
+
+
+def _called_functions(cls: type) -> list[FunctionType]:
+    """Return the forward of a class, and the methods and functions of its own file that this may call."""
+    functions: list[FunctionType] = []
+    waiting: list[Any] = [cls.forward]
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if not isinstance(function, FunctionType) or function in functions:
+            continue
+        functions.append(function)
+        for name in _names_in(function.__code__):
+            called = inspect.unwrap(getattr(cls, name, None) or function.__globals__.get(name))
+            if getattr(called, "__module__", None) == cls.__module__:
+                waiting.append(called)
+    return functions
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names that a function refers to, in the functions written inside of it too."""
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def need_pairs(model: nn.Module, mixers: Iterable[nn.Module]) -> bool:
