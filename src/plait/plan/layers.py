@@ -83,35 +83,38 @@ def _stacks(model: nn.Module, among: Collection[str] | None) -> Iterator[tuple[l
     for parent, layers in stacks.items():
         count = len(model.get_submodule(parent))  # type: ignore[arg-type]
         indices = [int(name.rpartition(".")[2]) for name, _ in layers]
-        settings = [dict(_settings(module)) for _, module in layers]
+        settings = [dict(_settings(name, module)) for name, module in layers]
         # A layer may know its number, which makes no difference.
         others = {
             key
-            for index, own in zip(indices, settings, strict=True)
-            for key, value in own.items()
+            for index, attributes in zip(indices, settings, strict=True)
+            for key, value in attributes.items()
             if value is True or value != index
         }
         kinds = []
-        for index, (_, module), own in zip(indices, layers, settings, strict=True):
+        for index, (_, module), attributes in zip(indices, layers, settings, strict=True):
             listed = tuple(values[index] for values in lists if len(values) == count)
-            plain = tuple((key, value) for key, value in own.items() if key in others)
+            plain = tuple((key, value) for key, value in attributes.items() if key in others)
             kinds.append((_classes(module), _shapes(module), plain, listed))
         yield [name for name, _ in layers], tuple(kinds)
 
 
 def _classes(module: nn.Module) -> Hashable:
-    return tuple((name, type(child)) for name, child in module.named_modules())
+    # By name: an adapted model gives a module a subclass of its own.
+    return tuple((name, type(child).__module__, type(child).__qualname__) for name, child in module.named_modules())
 
 
 def _shapes(module: nn.Module) -> Hashable:
     return tuple((name, param.shape, param.dtype, param.requires_grad) for name, param in module.named_parameters())
 
 
-def _settings(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+def _settings(layer: str, module: nn.Module) -> Iterator[tuple[str, Hashable]]:
     """Yield the plain attributes of a layer and of its submodules, by name: a window, a kind of attention, a scale."""
     for name, child in module.named_modules():
         for key, value in vars(child).items():
-            if isinstance(value, int | float | str) and key != "training":
+            if isinstance(value, str) and value.startswith(layer):
+                yield f"{name}.{key}", value.removeprefix(layer)  # a module may know its name
+            elif isinstance(value, int | float | str) and key != "training":
                 yield f"{name}.{key}", value
 
 
