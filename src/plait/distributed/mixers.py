@@ -39,7 +39,7 @@ from plait.distributed.context_parallel_attention import (
     split,
     unsplit,
 )
-from plait.errors import ModelError
+from plait.errors import ModelError, PlaitError
 from plait.fake_tensors import on_fake_tensors
 from plait.torch_internals import tree_map_only
 from plait.transformers_internals import attention_by
@@ -309,6 +309,8 @@ class _Mixer(_Carrier):
     plait_masked: bool
     """Whether a mask of pairs of tokens, if it is called with one, holds for everything inside of it."""
     plait_context: _Context | None = None
+    plait_takes_documents = False
+    """Whether it has been called with documents as rows of their own, and returned."""
 
     @staticmethod
     def around(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -384,7 +386,17 @@ def _by_document(
     outputs = []
     for rows in documents.groups:
         args, kwargs = _map(partial(_rows, mixer, rows.tokens, batch, tokens), given)
-        outputs.append(_map(partial(_real, rows), forward(mixer, *args, **kwargs)))
+        try:
+            output = forward(mixer, *args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            if mixer.plait_takes_documents or isinstance(error, (PlaitError, torch.OutOfMemoryError)):
+                raise
+            raise ModelError(
+                f"{mixer.plait_name} ({type(mixer).__name__}) mixes the tokens of a row and cannot be called with a "
+                f"document of its own ({str(error).strip().splitlines()[0]:.120}), so {_REMEDY}"
+            ) from error
+        outputs.append(_map(partial(_real, rows), output))
+    mixer.plait_takes_documents = True
 
     def joined(*tensors: Tensor) -> Tensor:
         width = max(x.shape[-1] for x in tensors)

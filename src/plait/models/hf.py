@@ -382,6 +382,11 @@ def build_hf_model(config: HFConfig, *, trust_code: bool = False) -> nn.Module:
             f"transformers cannot build {key}={source!r:.200} for model.task={config.task!r}: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if causal and getattr(described, "attn_type", None) == "bi":
+        raise ModelError(
+            f"model.config.attn_type='bi': the attention of a {described.model_type!r} model sees the tokens that "
+            "model.task='causal-lm' predicts, and it learns from permutations of them, which Plait does not make"
+        )
     if causal and _attends_in_both_directions(model):
         raise ModelError(
             f"model.config.is_decoder=False: a {described.model_type!r} model is an encoder then, whose attention sees "
