@@ -199,7 +199,7 @@ def mask_functions_of(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _called_functions(cls: type) -> list[FunctionType]:
+def _called_functions(cls: type[nn.Module]) -> list[FunctionType]:
     """Return the forward of a class, and the methods and functions of its own file that this may call."""
     functions: list[FunctionType] = []
     waiting: list[Any] = [cls.forward]
@@ -209,7 +209,7 @@ def _called_functions(cls: type) -> list[FunctionType]:
             continue
         functions.append(function)
         for name in _names_in(function.__code__):
-            called = inspect.unwrap(getattr(cls, name, None) or function.__globals__.get(name))
+            called: Any = getattr(cls, name, None) or function.__globals__.get(name)
             if getattr(called, "__module__", None) == cls.__module__:
                 waiting.append(called)
     return functions
