@@ -141,9 +141,12 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that mix the tokens of a row other than by attention from the registry, by name.
 
-    Attention from the registry is one of them if something inside of it (an index, a convolution) mixes tokens too.
+    Attention from the registry is one of them if something inside of it (an index, a convolution) mixes tokens too, and
+    so is attention of the same class: it may be given what the index of another layer has chosen.
     """
-    return dict(_mixers_in(model, "", inside=False))
+    mixers = dict(_mixers_in(model, "", inside=False))
+    indexed = {type(mixer) for mixer in mixers.values() if uses_attention_registry(mixer)}
+    return {name: module for name, module in model.named_modules() if name in mixers or type(module) in indexed}
 
 
 def _mixers_in(module: nn.Module, prefix: str, *, inside: bool) -> Iterator[tuple[str, nn.Module]]:
