@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -260,11 +260,10 @@ def rebind_initializer(initializer: Initializer, module: nn.Module) -> Initializ
         )
     if isinstance(initializer, Replay):
         return initializer.onto(module)
-    owner = getattr(initializer, "__self__", None)
-    # `fully_shard` gives a module a class derived from its own.
-    alike = isinstance(module, type(owner)) or isinstance(owner, type(module))
-    if isinstance(owner, nn.Module) and owner is not module and alike:
-        return getattr(module, initializer.__name__)  # type: ignore[no-any-return]
+    # Not by class: `fully_shard` and pipeline stages give each module a class derived from its own.
+    method: Any = getattr(initializer, "__func__", None)
+    if method is not None and getattr(type(module), method.__name__, None) is method:
+        return cast(Initializer, getattr(module, method.__name__))
     return initializer
 
 
