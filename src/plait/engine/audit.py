@@ -221,7 +221,7 @@ class Audit:
         gradients: dict[str, Tensor] = {}
         for index, (name, param) in enumerate(zip(master_weights.names, master_weights.params, strict=True)):
             pieces, piece = _piece_of(param)
-            entries.append(_Entry(name, "weight", tuple(param.shape), pieces, piece, master_weights.local(index)))
+            entries.append(_Entry(name, "weight", tuple(param.shape), pieces, piece, master_weights.in_memory(index)))
             gradient = master_weights.gradient(index)
             if gradient is not None:
                 gradients[name] = to_local(gradient)

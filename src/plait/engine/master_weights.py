@@ -166,6 +166,10 @@ class MasterWeights(ABC):
         """Return this rank's shard of one of `tensors`, as a plain tensor."""
         return to_local(self.tensors[index])
 
+    def in_memory(self, index: int) -> Tensor:
+        """Return this rank's shard of a parameter: that of `tensors`, or the rounded one if these are in files."""
+        return self.local(index)
+
     def logical(self, index: int, local: Tensor) -> Tensor:
         """Return the global tensor whose shard on this rank is `local`, sharded like the parameter."""
         return dtensor_like(local, self.params[index])

@@ -135,6 +135,12 @@ class OffloadedParams(MasterWeights):
         """Return this rank's shard of one master weight; one in a file as a memory map."""
         return self.store.weight(index)
 
+    def in_memory(self, index: int) -> Tensor:
+        """Return this rank's shard of a parameter: that of `tensors`, or the rounded one if these are in files."""
+        local = to_local(self.params[index])
+        held = self.store.in_files(index) and local.untyped_storage().nbytes() > 0
+        return local if held else self.local(index)
+
     def readable(self) -> AbstractContextManager[None]:
         """Within the block, master weights and optimizer states can be read; those in files are memory maps."""
         return self.store.readable()

@@ -261,9 +261,10 @@ def rebind_initializer(initializer: Initializer, module: nn.Module) -> Initializ
     if isinstance(initializer, Replay):
         return initializer.onto(module)
     # Not by class: `fully_shard` and pipeline stages give each module a class derived from its own.
-    method: Any = getattr(initializer, "__func__", None)
-    if method is not None and getattr(type(module), method.__name__, None) is method:
-        return cast(Initializer, getattr(module, method.__name__))
+    method = getattr(initializer, "__func__", None)
+    name = getattr(method, "__name__", "")
+    if method is not None and getattr(type(module), name, None) is method:
+        return cast(Initializer, getattr(module, name))
     return initializer
 
 

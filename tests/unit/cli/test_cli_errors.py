@@ -46,7 +46,11 @@ WRONG: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["train", "FILE"],
         ["data.path", "'corpus.txt' is not a token file", "'corpus.txt.json'"],
     ),
-    "missing images": ({"val_data": {"type": "image_folder", "path": "img"}}, ["train", "FILE"], ["val_data.path"]),
+    "missing images": (
+        {"model": {"type": "resnet"}, "data": {"type": "image_folder", "path": "img"}, "val_data": None},
+        ["train", "FILE", "train.val_every=null"],
+        ["data.path", "img"],
+    ),
     "missing model": ({"model": {"type": "hf", "path": "weights"}}, ["train", "FILE"], ["model.path", "weights"]),
     "missing checkpoint": ({}, ["train", "FILE", "checkpoint.resume=old/run", *TWO], ["checkpoint.resume", "old/run"]),
     "missing sections": (
