@@ -168,6 +168,10 @@ def plan_rank(
         return _from_few(config, hardware, all_layers, options)
 
 
+_ROUNDING = 0.03
+"""The share of the peak up to which a figure below zero is taken for zero."""
+
+
 class _NotAdditiveError(Exception):
     """A figure of a model is not the sum of those of its layers."""
 
@@ -217,6 +221,9 @@ def _from_few(config: RunConfig, hardware: Hardware, lengths: Lengths, options: 
         for more in sample.longer
     ]
     ledger = base.ledger.stretched([(more.ledger, times) for more, times in longer])
+    # A peak may lie an operation earlier or later in a longer model: a little less than nothing is nothing.
+    least = -_ROUNDING * ledger.peak[1]
+    ledger = replace(ledger, numbers={key: 0 if least <= n < 0 else n for key, n in ledger.numbers.items()})
     if any(value < 0 for value in ledger.numbers.values()):
         raise _NotAdditiveError(f"{min(ledger.numbers, key=ledger.numbers.__getitem__)} would be below zero")
     ledger = ledger.repeated(lengths.micro_batches / lengths.least_micro_batches)

@@ -81,7 +81,7 @@ def test_remedies_that_a_later_one_makes_needless_are_taken_back() -> None:
     config = config.model_copy(update={"model": config.model.model_copy(update=sizes)})  # type: ignore[union-attr]
     spare = replace(H100, context_gib=0.0)
     shared = make_plan(Candidate({"strategy.zero": 1}).applied_to(config), spare, ranks=4).needed_gib
-    tight = replace(spare, memory_gib=shared * 1.01)
+    tight = replace(spare, memory_gib=shared * 1.06)  # a search extrapolates from fewer layers, and is a little above
     remedy_search = RemedySearch(config, tight, 4, without_end())
     remedies = list(remedy_search.remedies())
     assert remedies[-1].candidate.changes(config) == ["strategy.recompute.mode=full", "strategy.zero=1"]
@@ -169,7 +169,7 @@ def test_at_half_time_remedies_are_skipped_to_what_saves_most_and_removed_from_t
     spare = replace(H100, context_gib=0.0)
     shared = make_plan(Candidate({"strategy.zero": 1}).applied_to(config), spare, ranks=4).needed_gib
     clock = Clock()
-    remedy_search = RemedySearch(config, replace(spare, memory_gib=shared * 1.01), 4, TimeBudget(40.0, clock))
+    remedy_search = RemedySearch(config, replace(spare, memory_gib=shared * 1.03), 4, TimeBudget(40.0, clock))
     climbing = remedy_search.remedies()
     remedies = [next(climbing)]
     clock.now = 20.0

@@ -124,7 +124,7 @@ def test_a_spike_is_told_of_once_and_the_next_one_again(tmp_path: Path, late: bo
     [
         [10.0 * 0.9**step for step in range(60)],
         [2.0 + math.sin(7 * step) for step in range(60)],
-        [0.01 * math.sin(step) for step in range(60)],
+        [0.01 * math.sin(step) for step in range(1, 61)],
         [10.0] * 5 + [4.0] * 30 + [5.0] * 10,
     ],
     ids=["falling", "noisy", "around zero", "a step up"],
