@@ -33,7 +33,6 @@ from plait.data import RankLoader, build_dataset, is_stream, prepare, stack, tok
 from plait.distributed import World, is_transformers_model, on_main
 from plait.engine import configured_loss
 from plait.errors import ConfigError, Problem
-from plait.models import hf_config
 from plait.plugins import load_function
 
 if TYPE_CHECKING:
@@ -231,6 +230,8 @@ def _refuse_other_settings(role: str, dataset: Any, config: RunConfig) -> None:
     if not isinstance(config.model, HFConfig) or (not tokens and labels is None):
         return
     model = config.model
+    from plait.models import hf_config  # with transformers and the compiler: only where a model needs them
+
     settings = hf_config(model, trust_code=config.trust_code)
     key = "model.config" if model.path is None else "model.path"
     pad = getattr(settings.get_text_config(), "pad_token_id", None)
