@@ -169,7 +169,7 @@ def plan_rank(
 
 
 _ROUNDING = 0.03
-"""The share of the peak up to which a figure below zero is taken for zero."""
+"""The share of the peak up to which a part of it that is below zero is taken for zero."""
 
 
 class _NotAdditiveError(Exception):
@@ -223,7 +223,10 @@ def _from_few(config: RunConfig, hardware: Hardware, lengths: Lengths, options: 
     ledger = base.ledger.stretched([(more.ledger, times) for more, times in longer])
     # A peak may lie an operation earlier or later in a longer model: a little less than nothing is nothing.
     least = -_ROUNDING * ledger.peak[1]
-    ledger = replace(ledger, numbers={key: 0 if least <= n < 0 else n for key, n in ledger.numbers.items()})
+    numbers = {
+        key: 0 if key.startswith(("at.", "part.")) and least <= n < 0 else n for key, n in ledger.numbers.items()
+    }
+    ledger = replace(ledger, numbers=numbers)
     if any(value < 0 for value in ledger.numbers.values()):
         raise _NotAdditiveError(f"{min(ledger.numbers, key=ledger.numbers.__getitem__)} would be below zero")
     ledger = ledger.repeated(lengths.micro_batches / lengths.least_micro_batches)
